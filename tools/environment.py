@@ -1,11 +1,11 @@
-"""Make an environment with a patched torch under ``.venv/``, and print its python.
+"""Make an environment with a patched torch under ``.venv/``.
 
-    python tools/environment.py [RELEASE] [--with GROUP]
+    python tools/environment.py [RELEASE]
 
 RELEASE is one of the files ``requirements/torch-RELEASE.txt``; without it, the newest
-supported torch that pip finds is installed. GROUP is a dependency group of
-pyproject.toml (default: test). Running it again is fast: packages are installed only if
-what is asked for changed, and the overlay is brought up to date every time.
+supported torch that pip finds is installed. Running it again is fast: packages are
+installed only if what is asked for changed, and the overlay is brought up to date every
+time.
 """
 
 # Kept to what older Pythons can parse, so that they reach the message below.
@@ -42,16 +42,16 @@ def requirements_file(release: str) -> Path:
     return file
 
 
-def make_environment(release: str, group: str) -> Path:
+def make_environment(release: str) -> Path:
     """Create or update ``.venv/RELEASE``; return its interpreter."""
     torch = requirements_file(release)
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
-    packages = settings["dependency-groups"][group]
+    packages = settings["dependency-groups"]["dev"]
     folder = REPOSITORY / ".venv" / release
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     asked = "\n".join([sys.version, torch.read_text("utf-8"), *packages])
     digest = hashlib.sha256(asked.encode()).hexdigest()
-    stamp = folder / f"installed-{group}"
+    stamp = folder / "installed"
     if python.exists() and stamp.exists() and stamp.read_text("utf-8") == digest:
         return python
     print(f"Setting up {folder}: {torch.read_text('utf-8').splitlines()[-1]}")
@@ -70,9 +70,8 @@ def make_environment(release: str, group: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("release", nargs="?", default="default", metavar="RELEASE")
-    parser.add_argument("--with", dest="group", default="test", metavar="GROUP")
     options = parser.parse_args()
-    python = make_environment(options.release, options.group)
+    python = make_environment(options.release)
     overlay = [python, REPOSITORY / "tools" / "overlay.py", "apply"]
     sys.exit(subprocess.run(overlay).returncode)
 

@@ -15,19 +15,12 @@ of the structured trace.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
 
 from .subclass_codegen import _compile_and_exec_source
-
-
-if TYPE_CHECKING:
-    from torch._guards import Source
-
-    from .schemas import InputAliasInfo, ViewAndMutationMeta
 
 
 try:
@@ -38,37 +31,53 @@ except ImportError:
 else:
     _SOURCES_ARE_FOLDED = True
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._guards import Source
+
+    from .schemas import InputAliasInfo, ViewAndMutationMeta
+
+
 ARTIFACT_NAME = "mutation_epilogue"
-_MAX_SOURCE_NAME = 80
+_MAX_NAME_LENGTH = 80
 
 
-class Replay(enum.Enum):
-    """How the final state of a mutated input gets onto the caller's tensor."""
+class Target(enum.Enum):
+    """The tensor that an input's new data is copied into; ``{x}`` is the input."""
 
-    SET_STORAGE = enum.auto()
-    SHALLOW_COPY_DATA = enum.auto()
-    RESTRIDE = enum.auto()
-    RESTRIDE_AND_COPY = enum.auto()
-    RESTRIDE_AND_COPY_LEAF = enum.auto()
-    COPY = enum.auto()
-    COPY_LEAF = enum.auto()
+    INPUT = "{x}"
+    # Bumps the version counter, and autograd neither records the copy nor refuses it
+    # for a leaf or for a view of a function that returns several.
+    DETACHED = "{x}.detach()"
+    DETACHED_IF_INFERENCE = "{x}.detach() if {x}.is_inference() else {x}"
+    DETACHED_IF_REQUIRES_GRAD = "{x}.detach() if {x}.requires_grad else {x}"
+    # Leaves the version counter alone as well.
+    HIDDEN = "{x}.data"
 
 
 @dataclass(frozen=True)
 class InputReplay:
-    """The replay of one mutated input.
+    """How the final state of one mutated input gets onto the caller's tensor.
 
     ``input_index`` is its place among the wrapper's inputs, ``output_index`` that of
-    its new version among the compiled function's mutated inputs. ``wrapped`` says that
-    the new version arrives in a ``TensorAlias``. ``what`` tells a reader of the source
-    what happened to the input.
+    its new version among the compiled function's mutated inputs. What is to be done
+    follows in the order of execution; ``what`` says for a reader why.
     """
 
     input_index: int
     output_index: int
-    replay: Replay
-    wrapped: bool
     what: str
+    # The call that gives the input `x` the storage of its version `updated`.
+    set_storage: str | None = None
+    # Give the input a new layout: that after `views`, or that of its new version.
+    restride: bool = False
+    views: tuple[tuple[Any, ...], ...] | None = None
+    under_no_grad: bool = False
+    # Copy the data of the new version.
+    copy_into: Target | None = None
+    # The new version arrives in a TensorAlias.
+    wrapped: bool = False
 
 
 def plan_replays(
@@ -76,63 +85,100 @@ def plan_replays(
 ) -> list[InputReplay]:
     """Choose the replay of each mutated input, in the order of the compiled outputs.
 
-    An output that shares the input's memory (anything but a data edit) is wrapped in a
-    ``TensorAlias`` where the joint graph was traced.
-
-    Raises RuntimeError for a data edit of a non-leaf on a user-specified stream, which
-    cannot be replayed yet (https://github.com/pytorch/pytorch/issues/172522).
+    Raises RuntimeError where no replay can be right: for a data edit of an input that
+    overlaps itself, and for one on a user-specified stream
+    (https://github.com/pytorch/pytorch/issues/172522).
     """
     plan = []
     for output_index, input_index in enumerate(
         runtime_metadata.mutated_inp_runtime_indices
     ):
         info = runtime_metadata.input_info[input_index]
-        if not (info.mutates_data or info.mutates_metadata):
-            continue  # only its storage was resized, which stays in the graph
-        replay, what = _choose_replay(info)
-        if replay in (Replay.COPY, Replay.RESTRIDE_AND_COPY):
-            _refuse_stream(runtime_metadata, input_index, output_index)
-        aliases = replay in (
-            Replay.SET_STORAGE,
-            Replay.SHALLOW_COPY_DATA,
-            Replay.RESTRIDE,
-        )
-        plan.append(
-            InputReplay(
-                input_index, output_index, replay, trace_joint and aliases, what
-            )
-        )
+        if info.mutates_data or info.mutates_metadata:  # else only a storage resize
+            _refuse_overlap(info, input_index)
+            _refuse_stream(runtime_metadata, info, input_index, output_index)
+            plan.append(_plan_replay(info, input_index, output_index, trace_joint))
     return plan
 
 
-def _choose_replay(info: InputAliasInfo) -> tuple[Replay, str]:
-    """The replay table: the first row that applies, and the words for its comment."""
+def _plan_replay(
+    info: InputAliasInfo, input_index: int, output_index: int, trace_joint: bool
+) -> InputReplay:
+    """The replay table: the first row that applies."""
+
+    def replay(what: str, **how: Any) -> InputReplay:
+        return InputReplay(input_index, output_index, what, **how)
+
     if info.mutates_storage_metadata:
         if getattr(info, "mutation_is_shallow_copy_data", False):  # from 2.14
-            return Replay.SHALLOW_COPY_DATA, "data assigned"
-        return Replay.SET_STORAGE, "storage replaced"
+            call = "torch.ops.aten.shallow_copy_data_({x}, {updated})"
+            return replay("its data was assigned", set_storage=call, wrapped=trace_joint)
+        call = "{x}.set_({updated})"
+        return replay("its storage was set", set_storage=call, wrapped=trace_joint)
+
+    under_no_grad = info.requires_grad and info.tracked_by_autograd is False
     if not info.mutates_data:
-        return Replay.RESTRIDE, "metadata edited"
-    if info.mutates_metadata:
+        return replay(
+            "its layout changed" + (", out of autograd's sight" if under_no_grad else ""),
+            restride=True,
+            under_no_grad=under_no_grad,
+            wrapped=trace_joint,
+        )
+
+    copy_into, what = _choose_target(info)
+    if not info.mutates_metadata:
+        return replay(f"its data changed, {what}", copy_into=copy_into)
+    return replay(
+        f"its layout and its data changed, {what}",
+        restride=True,
+        views=info.in_place_views,
+        under_no_grad=under_no_grad,
+        copy_into=copy_into,
+    )
+
+
+def _choose_target(info: InputAliasInfo) -> tuple[Target, str]:
+    if info.mutations_hidden_from_autograd:
+        return Target.HIDDEN, "hidden from autograd"
+    if info.tracked_by_autograd:
+        return Target.INPUT, "seen by autograd"
+    if info.tracked_by_autograd is None:
+        # Metadata from a cache that a torch without this record filled. A leaf that
+        # requires grad can only have been edited out of autograd's sight.
         if info.is_leaf:
-            return Replay.RESTRIDE_AND_COPY_LEAF, "metadata and data of a leaf edited"
-        return Replay.RESTRIDE_AND_COPY, "metadata and data edited"
-    if info.is_leaf:
-        return Replay.COPY_LEAF, "data of a leaf edited"
-    return Replay.COPY, "data edited"
+            return Target.DETACHED_IF_REQUIRES_GRAD, "of a leaf"
+        return Target.INPUT, "of a tensor that is not a leaf"
+    if info.requires_grad:
+        return Target.DETACHED, "out of autograd's sight"
+    if info.edited_in_inference_mode:
+        return Target.DETACHED_IF_INFERENCE, "under inference_mode"
+    return Target.INPUT, "and nothing requires grad"
+
+
+def _refuse_overlap(info: InputAliasInfo, input_index: int) -> None:
+    if info.mutates_data and info.overlaps_itself:
+        raise RuntimeError(
+            f"Input {input_index} of the compiled function is edited in place, and "
+            "several of its elements share one memory location (it was made by "
+            "expand() or the like), so the edit cannot be replayed. Pass "
+            "input.contiguous() or input.clone() instead."
+        )
 
 
 def _refuse_stream(
-    runtime_metadata: ViewAndMutationMeta, input_index: int, output_index: int
+    runtime_metadata: ViewAndMutationMeta,
+    info: InputAliasInfo,
+    input_index: int,
+    output_index: int,
 ) -> None:
-    streams = runtime_metadata.mutated_inp_stream_indices
-    if not streams or output_index >= len(streams) or streams[output_index] is None:
-        return
-    raise RuntimeError(
-        f"Input {input_index} is mutated on a user-specified stream. "
-        "Mutations on inputs with user-specified streams are not yet supported. "
-        "See: https://github.com/pytorch/pytorch/issues/172522"
-    )
+    streams = runtime_metadata.mutated_inp_stream_indices or []
+    on_stream = output_index < len(streams) and streams[output_index] is not None
+    if on_stream and info.mutates_data and not info.is_leaf:
+        raise RuntimeError(
+            "Mutations on inputs with user-specified streams are not yet supported "
+            f"(input {input_index}). "
+            "See: https://github.com/pytorch/pytorch/issues/172522"
+        )
 
 
 def emit_source(plan: Sequence[InputReplay], names: Sequence[str] = ()) -> str:
@@ -143,7 +189,7 @@ def emit_source(plan: Sequence[InputReplay], names: Sequence[str] = ()) -> str:
     lines = ["def _apply_mutations(orig_inputs, updated_inputs):"]
     for step in plan:
         name = f", {names[step.input_index]}" if names else ""
-        lines.append(f"    # Input {step.input_index}{name}: {step.what}")
+        lines.append(f"    # Input {step.input_index}{name}: {step.what}.")
         lines += [f"    {line}" for line in _emit_replay(step)]
     if not plan:
         lines.append("    pass")
@@ -151,57 +197,68 @@ def emit_source(plan: Sequence[InputReplay], names: Sequence[str] = ()) -> str:
 
 
 def _emit_replay(step: InputReplay) -> list[str]:
-    target = f"orig_inputs[{step.input_index}]"
+    x = f"orig_inputs[{step.input_index}]"
     updated = f"updated_inputs[{step.output_index}]"
     if step.wrapped:
         updated = f"_unwrap_tensoralias({updated})"
-    name = f"updated_{step.output_index}"
+    if step.set_storage is not None:
+        call = step.set_storage.format(x=x, updated=updated)
+        return ["with torch.no_grad():", f"    {call}"]
+    lines = _emit_restride(step, x, updated) if step.restride else []
+    if step.copy_into is not None:
+        target = step.copy_into.value.format(x=x)
+        if " " in target:
+            lines.append(f"target_{step.input_index} = {target}")
+            target = f"target_{step.input_index}"
+        lines.append(f"{target}.copy_({updated})")
+    return lines
+
+
+def _emit_restride(step: InputReplay, x: str, updated: str) -> list[str]:
+    layout = f"layout_{step.input_index}"
+    views = "".join(
+        f".{method}({', '.join(map(repr, arguments))})"
+        for method, *arguments in step.views or ()
+    )
     restride = [
-        f"{name} = {updated}",
-        f"{target}.as_strided_(",
-        f"    {name}.size(), {name}.stride(), {name}.storage_offset()",
+        f"{x}.as_strided_(",
+        f"    {layout}.size(), {layout}.stride(), {layout}.storage_offset()",
         ")",
     ]
-    match step.replay:
-        case Replay.SET_STORAGE:
-            return ["with torch.no_grad():", f"    {target}.set_({updated})"]
-        case Replay.SHALLOW_COPY_DATA:
-            call = f"torch.ops.aten.shallow_copy_data_({target}, {updated})"
-            return ["with torch.no_grad():", f"    {call}"]
-        case Replay.RESTRIDE:
-            return restride
-        case Replay.RESTRIDE_AND_COPY:
-            return [*restride, f"{target}.copy_({name})"]
-        case Replay.RESTRIDE_AND_COPY_LEAF:
-            return [*restride, *_emit_copy_leaf(target, name)]
-        case Replay.COPY:
-            return [f"{target}.copy_({updated})"]
-        case Replay.COPY_LEAF:
-            return _emit_copy_leaf(target, updated)
-
-
-def _emit_copy_leaf(target: str, updated: str) -> list[str]:
-    # A leaf that requires grad refuses a tracked edit, and the user's was not tracked.
+    if step.under_no_grad:
+        restride = ["with torch.no_grad():", *(f"    {line}" for line in restride)]
+    if views:
+        return [f"{layout} = {x}.detach(){views}", *restride]
+    if step.copy_into is None:
+        return [f"{layout} = {updated}", *restride]
+    # The new version is a tensor of its own: its layout is the input's only if the
+    # input began as one, too.
     return [
-        f"if {target}.requires_grad:",
-        f"    {target}.detach().copy_({updated})",
-        "else:",
-        f"    {target}.copy_({updated})",
+        f"if not {x}.is_contiguous() or {x}.storage_offset() != 0:",
+        "    raise RuntimeError(",
+        f'        "The layout and the data of input {step.input_index} of the compiled "',
+        '        "function are edited in place, and its new layout is not known. Pass "',
+        '        "input.clone() instead, or edit the layout out of place."',
+        "    )",
+        f"{layout} = {updated}",
+        *restride,
     ]
 
 
 def _display_names(
     runtime_metadata: ViewAndMutationMeta, input_sources: Sequence[Source | None] | None
 ) -> list[str]:
-    """What the user calls each input, safe to put into a comment; [] if not known.
+    """What the user calls each input, fit for a comment; empty where it is not known.
 
-    Removing duplicates and merging aliased inputs shifts positions, and then the number
-    of sources differs from that of the inputs.
+    Removing duplicates and merging aliases shifts the inputs, and then the number of
+    sources is not that of the inputs.
     """
     if input_sources is None or len(input_sources) != len(runtime_metadata.input_info):
         return []
     names = ["unnamed" if s is None else ascii(s.name)[1:-1] for s in input_sources]
-    return [n if len(n) <= _MAX_SOURCE_NAME else n[:_MAX_SOURCE_NAME] + "..." for n in names]
+    return [
+        n if len(n) <= _MAX_NAME_LENGTH else f"{n[:_MAX_NAME_LENGTH]}..." for n in names
+    ]
 
 
 def _build(source: str) -> Callable[[dict[int, torch.Tensor], list[Any]], None]:
