@@ -44,16 +44,16 @@ _MAX_NAME_LENGTH = 80
 
 
 class Target(enum.Enum):
-    """The tensor that an input's new data is copied into; ``{x}`` is the input."""
+    """The tensor that an input's new data is copied into, and when not the input."""
 
-    INPUT = "{x}"
+    INPUT = ("", "")
     # Bumps the version counter, and autograd neither records the copy nor refuses it
     # for a leaf or for a view of a function that returns several.
-    DETACHED = "{x}.detach()"
-    DETACHED_IF_INFERENCE = "{x}.detach() if {x}.is_inference() else {x}"
-    DETACHED_IF_REQUIRES_GRAD = "{x}.detach() if {x}.requires_grad else {x}"
+    DETACHED = (".detach()", "")
+    DETACHED_IF_INFERENCE = (".detach()", ".is_inference()")
+    DETACHED_IF_REQUIRES_GRAD = (".detach()", ".requires_grad")
     # Leaves the version counter alone as well.
-    HIDDEN = "{x}.data"
+    HIDDEN = (".data", "")
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,16 @@ def _emit_replay(step: InputReplay) -> list[str]:
         return ["with torch.no_grad():", f"    {call}"]
     lines = _emit_restride(step, x, updated) if step.restride else []
     if step.copy_into is not None:
-        target = step.copy_into.value.format(x=x)
-        if " " in target:
-            lines.append(f"target_{step.input_index} = {target}")
-            target = f"target_{step.input_index}"
-        lines.append(f"{target}.copy_({updated})")
+        target, condition = step.copy_into.value
+        if condition:
+            name = f"target_{step.input_index}"
+            lines += [
+                f"{name} = {x}",
+                f"if {name}{condition}:",
+                f"    {name} = {name}{target}",
+            ]
+            x, target = name, ""
+        lines.append(f"{x}{target}.copy_({updated})")
     return lines
 
 
