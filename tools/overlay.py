@@ -39,6 +39,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import graphlib
 import hashlib
 import importlib.util
@@ -263,7 +264,7 @@ class _Merger:
         for source, body in ((self.upstream, theirs), (self.sketch, ours)):
             if source.lines[_first_line(body[0]) - 1][: body[0].col_offset].strip():
                 self.refuse(ours[0], where, f"the body in {source.name} is on one line")
-        self.check_indent(theirs[0], ours[0], where)
+        self.check_lines(theirs[0], ours[0], where)
         start = self.upstream.offset(_body_start(self.upstream, theirs), 0)
         end = self.upstream.offset(_last_line(theirs[-1]) + 1, 0)
         text = self.sketch.text_of(_body_start(self.sketch, ours), _last_line(ours[-1]))
@@ -321,7 +322,7 @@ class _Merger:
         if any(_is_elided_call(node) for node in ast.walk(ours)):
             self.merge_call(theirs, ours, where)
             return
-        self.check_indent(theirs, ours, where)
+        self.check_lines(theirs, ours, where)
         start = self.upstream.offset(_first_line(theirs), 0)
         end = self.upstream.offset(_last_line(theirs) + 1, 0)
         self.edits.append(_Edit(start, end, self.sketch_lines(ours)))
@@ -414,9 +415,16 @@ class _Merger:
 
     # -- text
 
-    def check_indent(self, theirs: ast.stmt, ours: ast.stmt, where: str) -> None:
+    def check_lines(self, theirs: ast.stmt, ours: ast.stmt, where: str) -> None:
         if theirs.col_offset != ours.col_offset:
             self.refuse(ours, where, "upstream indents it differently")
+        for source, statement in ((self.upstream, theirs), (self.sketch, ours)):
+            assert statement.end_col_offset is not None
+            first = source.lines[_first_line(statement) - 1]
+            last = source.lines[_last_line(statement) - 1]
+            rest = last[statement.end_col_offset :].strip()
+            if first[: statement.col_offset].strip() or rest and rest[:1] != b"#":
+                self.refuse(ours, where, f"two statements on a line in {source.name}")
 
     def sketch_lines(self, statement: ast.stmt) -> bytes:
         text = self.sketch.text_of(_first_line(statement), _last_line(statement))
@@ -438,8 +446,9 @@ def _import_group(statement: ast.Import | ast.ImportFrom) -> tuple[str, int]:
 
 
 def _import_key(statement: ast.Import | ast.ImportFrom) -> str:
-    module = getattr(statement, "module", None)
-    return (module or statement.names[0].name).lower()
+    if isinstance(statement, ast.ImportFrom):
+        return (statement.module or "").lower()
+    return statement.names[0].name.lower()
 
 
 def _parameters(arguments: ast.arguments) -> list[ast.arg]:
@@ -465,6 +474,7 @@ def _body_start(source: _Source, body: Sequence[ast.stmt]) -> int:
     return line
 
 
+@functools.cache
 def merge(upstream: bytes, sketch: bytes, *, name: str, release: str) -> bytes:
     """Upstream's source with the sketch's changes in, all else byte for byte.
 
@@ -789,13 +799,15 @@ class Installation:
             try:
                 for name, data in originals.items():
                     if data is not None:
-                        self._stage(f"originals/{name}", data)
+                        self._stage(f"originals/{name}", data, like=name)
                 for name, data in wanted.items():
                     if data is not None:
                         self._stage(f"staged/{name}", data, like=name)
-                for complete in (False, True):
-                    record = Record(self.torch.version, complete, files)
-                    self._stage(f"staged/{complete}.json", record.to_json())
+                unfinished = Record(self.torch.version, False, files)
+                kept = {n: f for n, f in files.items() if n in self.overlay()}
+                finished = Record(self.torch.version, True, kept)
+                self._stage("staged/unfinished.json", unfinished.to_json())
+                self._stage("staged/finished.json", finished.to_json())
             except OSError as error:
                 if old is None:
                     shutil.rmtree(self.state, ignore_errors=True)
@@ -803,10 +815,10 @@ class Installation:
                     f"{self.state} cannot be written ({error}); nothing was changed. "
                     "Make room or get write access, then run again"
                 ) from error
-            self._move("staged/False.json", self.record_file)
+            self._move("staged/unfinished.json", self.record_file)
             for name, data in wanted.items():
                 self._put(name, f"staged/{name}" if data is not None else None)
-            self._move("staged/True.json", self.record_file)
+            self._move("staged/finished.json", self.record_file)
             shutil.rmtree(self.state / "staged", ignore_errors=True)
         return "applied: " + ", ".join(Path(n).name for n in wanted)
 
@@ -825,8 +837,8 @@ class Installation:
             # state of each file as well.
             with contextlib.suppress(OSError):
                 unfinished = dataclasses.replace(record, complete=False)
-                self._stage("staged/False.json", unfinished.to_json())
-                self._move("staged/False.json", self.record_file)
+                self._stage("staged/unfinished.json", unfinished.to_json())
+                self._move("staged/unfinished.json", self.record_file)
             for name, file in reversed(record.files.items()):
                 if self.hash(name) in (file.patched, file.previous):
                     kept = None
