@@ -1,12 +1,15 @@
 # make demo · make test · make test-all · make lint
-# TORCH=2.13.0 (or another file of requirements/) chooses a release for demo and test.
+# TORCH=2.13.0 (or another release of requirements/) chooses one for demo and test.
 
 PYTHON ?= python3
 TORCH ?= default
 RELEASES := 2.15.0 2.14.1 2.13.0
+# CLEAN=1 makes test-all remove each release's environment, some 5 GB, after use.
+CLEAN ?=
 RUN := .venv/$(TORCH)/bin/python
+OURS := conftest.py examples test tools torch
 
-.PHONY: demo test test-all environment
+.PHONY: demo test test-all lint environment
 
 demo: environment
 	$(RUN) examples/demo.py
@@ -15,7 +18,17 @@ test: environment
 	$(RUN) -m pytest -n 2
 
 test-all:
-	for release in $(RELEASES); do $(MAKE) test TORCH=$$release || exit 1; done
+	@for release in $(RELEASES); do \
+		$(MAKE) test TORCH=$$release || exit 1; \
+		$(if $(CLEAN),rm -rf .venv/$$release;) \
+	done
+
+lint: environment
+	$(RUN) -m ruff check $(OURS)
+	$(RUN) -m ruff format --check $(OURS)
+	$(RUN) -m usort check torch test/functorch
+	$(RUN) -m codespell_lib $(OURS) *.md docs Makefile pyproject.toml
+	$(RUN) -m mypy tools examples
 
 environment:
 	@$(PYTHON) tools/environment.py $(TORCH)

@@ -201,9 +201,11 @@ def equal(one: Any, other: Any) -> bool:
 
 def main() -> int:
     try:
-        import torch._functorch._aot_autograd.mutation_epilogue_codegen  # noqa: F401
+        import torch._functorch._aot_autograd.mutation_epilogue_codegen
     except ImportError:
-        sys.exit("This torch is not patched: run `python tools/overlay.py apply` first.")
+        sys.exit(
+            "This torch is not patched: run `python tools/overlay.py apply` first."
+        )
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__} at {torch.__path__[0]}, patched")
     good = 0

@@ -48,7 +48,9 @@ def make_environment(release: str) -> Path:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
     packages = settings["dependency-groups"]["dev"]
     folder = REPOSITORY / ".venv" / release
-    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    python = folder / (
+        "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
+    )
     asked = "\n".join([sys.version, torch.read_text("utf-8"), *packages])
     digest = hashlib.sha256(asked.encode()).hexdigest()
     stamp = folder / "installed"
@@ -56,7 +58,7 @@ def make_environment(release: str) -> Path:
         return python
     print(f"Setting up {folder}: {torch.read_text('utf-8').splitlines()[-1]}")
     venv.create(folder, with_pip=True, clear=not python.exists())
-    install = [python, "-m", "pip", "install", "-r", torch, *packages]
+    install: list[str | Path] = [python, "-m", "pip", "install", "-r", torch, *packages]
     if subprocess.run(install, stdout=sys.stderr).returncode != 0:
         sys.exit(
             f"pip could not set up {folder} (its message is above). If this release "
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("release", nargs="?", default="default", metavar="RELEASE")
     options = parser.parse_args()
     python = make_environment(options.release)
-    overlay = [python, REPOSITORY / "tools" / "overlay.py", "apply"]
+    overlay: list[str | Path] = [python, REPOSITORY / "tools" / "overlay.py", "apply"]
     sys.exit(subprocess.run(overlay).returncode)
 
 

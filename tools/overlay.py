@@ -124,7 +124,7 @@ class _Source:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(d.lineno for d in decorators)])
 
 
@@ -141,12 +141,10 @@ def _is_ellipsis(statement: ast.stmt) -> bool:
 
 
 def _is_elided_call(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and bool(node.args)
-        and isinstance(node.args[0], ast.Constant)
-        and node.args[0].value is ...
-    )
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    first = node.args[0]
+    return isinstance(first, ast.Constant) and first.value is ...
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -216,7 +214,8 @@ class _Merger:
         self.merge_statements(self.upstream.tree.body, others, "the module")
         text = self.upstream.text
         # Stable from the end: of two insertions at one place, the first comes first.
-        for edit in reversed(sorted(self.edits, key=lambda e: e.start)):
+        edits = sorted(self.edits, key=lambda e: e.start)
+        for edit in reversed(edits):
             text = text[: edit.start] + edit.text + text[edit.end :]
         _Source(text, f"{self.sketch.name} merged into torch {self.release}")
         return text
@@ -281,9 +280,7 @@ class _Merger:
                 self.refuse(
                     statement, where, "a statement of this kind cannot be matched"
                 )
-            matches = [
-                i for i, t in enumerate(theirs) if _head(t) == _head(statement)
-            ]
+            matches = [i for i, t in enumerate(theirs) if _head(t) == _head(statement)]
             above = ours[index - 1] if index else None
             if not matches and _is_new_field(statement, above):
                 after = self.upstream.offset(_last_line(theirs[position]) + 1, 0)
@@ -302,8 +299,10 @@ class _Merger:
     def merge_statement(self, theirs: ast.stmt, ours: ast.stmt, where: str) -> None:
         if isinstance(ours, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             assert isinstance(theirs, type(ours))
-            where = f"`{ours.name}`" if where == "the module" else (
-                f"{where[:-1]}.{ours.name}`"
+            where = (
+                f"`{ours.name}`"
+                if where == "the module"
+                else (f"{where[:-1]}.{ours.name}`")
             )
             if ours.decorator_list:
                 self.refuse(ours, where, "a sketch keeps upstream's decorators")
@@ -346,7 +345,7 @@ class _Merger:
         assert isinstance(theirs, ast.Call) and isinstance(ours, ast.Call)
         self.merge_call(theirs.func, ours.func, where)
         known = {k.arg for k in theirs.keywords}
-        passed = [*theirs.args, *theirs.keywords]
+        passed: list[ast.expr | ast.keyword] = [*theirs.args, *theirs.keywords]
         if len(ours.args) > 1 or not passed or None in known:
             self.refuse(ours, where, "only keyword arguments can be appended")
         for keyword in ours.keywords:
@@ -423,7 +422,7 @@ class _Merger:
             first = source.lines[_first_line(statement) - 1]
             last = source.lines[_last_line(statement) - 1]
             rest = last[statement.end_col_offset :].strip()
-            if first[: statement.col_offset].strip() or rest and rest[:1] != b"#":
+            if first[: statement.col_offset].strip() or (rest and rest[:1] != b"#"):
                 self.refuse(ours, where, f"two statements on a line in {source.name}")
 
     def sketch_lines(self, statement: ast.stmt) -> bytes:
@@ -453,9 +452,7 @@ def _import_key(statement: ast.Import | ast.ImportFrom) -> str:
 
 def _parameters(arguments: ast.arguments) -> list[ast.arg]:
     variadic = [a for a in (arguments.vararg, arguments.kwarg) if a]
-    return [
-        *arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *variadic
-    ]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *variadic]
 
 
 def _is_new_field(statement: ast.stmt, above: ast.stmt | None) -> bool:
@@ -679,8 +676,10 @@ class Installation:
             return "stock", "the overlay is not applied"
         now = {name: self.hash(name) for name in record.files}
         sketched = {n: f for n, f in record.files.items() if f.original is not None}
-        untouched = all(now[n] not in (f.patched, f.previous) or now[n] == f.original
-                        for n, f in sketched.items())
+        untouched = all(
+            now[n] not in (f.patched, f.previous) or now[n] == f.original
+            for n, f in sketched.items()
+        )
         if record.torch != self.torch.version and untouched:
             return "leftover", f"torch {record.torch} was patched and then replaced"
         strangers = [
@@ -852,9 +851,9 @@ class Installation:
 
     def _refuse_edited(self, why: str) -> NoReturn:
         raise Refusal(
-            f"{why} in {self.root}. To go back to upstream's files, reinstall torch; to "
-            f"keep the files as they are, delete {self.state} and any of our new files. "
-            "Then run again"
+            f"{why} in {self.root}. To go back to upstream's files, reinstall torch; "
+            f"to keep the files as they are, delete {self.state} and any of our new "
+            "files. Then run again"
         )
 
     def _check_writable(self, names: Iterable[str]) -> None:

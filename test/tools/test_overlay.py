@@ -181,7 +181,8 @@ class TestMerge:
                 ...
         """
         expected = UPSTREAM.replace(
-            "    size: int\n", "    size: int\n    weight: int = 0\n    depth: int = 1\n"
+            "    size: int\n",
+            "    size: int\n    weight: int = 0\n    depth: int = 1\n",
         )
         assert merge(UPSTREAM, sketch) == expected
 
@@ -276,7 +277,12 @@ class TestMerge:
             ("def build(x, z):\n    ...", 1, "`build`", "must be keyword-only"),
             ("def build(x, *, z):\n    ...", 1, "`build`", "have a default"),
             ("def build(x):\n    ...\n    return make(..., *z)", 3, "`build`", "only"),
-            ("def build(x):\n    ...\n    return other(..., z=1)", 3, "`build`", "no `"),
+            (
+                "def build(x):\n    ...\n    return other(..., z=1)",
+                3,
+                "`build`",
+                "no `",
+            ),
             (
                 "def build(x):\n    for item in x:\n        if item:\n            ...\n"
                 "            log.append(Entry(..., y=2))\n        ...\n    ...",
@@ -309,7 +315,7 @@ class TestMerge:
 
     def test_two_statements_on_a_line_are_refused(self) -> None:
         for upstream, sketch in (("x = 1; y = 2", "x = 3"), ("x = 1", "x = 3; pass")):
-            with pytest.raises(Refusal, match="two statements on a line|be matched"):
+            with pytest.raises(Refusal, match=r"two statements on a line|be matched"):
                 merge(upstream + "\n", sketch + "\n")
 
     def test_a_sketch_that_is_not_python_is_refused(self) -> None:

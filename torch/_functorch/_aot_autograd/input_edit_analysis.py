@@ -77,7 +77,8 @@ def overlaps_itself(arg: object) -> bool:
     if not isinstance(arg, torch.Tensor) or arg.layout != torch.strided:
         return False
     return any(
-        is_concrete_int(stride) and stride == 0
+        is_concrete_int(stride)
+        and stride == 0
         and not (is_concrete_int(size) and size == 1)
         for size, stride in zip(arg.size(), arg.stride())
     ) and not any(is_concrete_int(size) and size == 0 for size in arg.size())
@@ -97,13 +98,14 @@ def edited_in_inference_mode(f_arg: object) -> bool:
 def merged_inference_mode(
     input_info: Sequence[InputAliasInfo], indices: Sequence[int]
 ) -> bool | None:
+    """Whether an alias of a synthetic base was last edited under inference_mode."""
     return any(input_info[i].edited_in_inference_mode for i in indices)
 
 
 def merged_tracking(
     input_info: Sequence[InputAliasInfo], indices: Sequence[int]
 ) -> bool | None:
-    """tracked_by_autograd of a synthetic base: whether that of any of its aliases is."""
+    """Whether autograd saw an edit of any alias of a synthetic base."""
     tracked = [input_info[i].tracked_by_autograd for i in indices]
     return None if None in tracked else any(tracked)
 

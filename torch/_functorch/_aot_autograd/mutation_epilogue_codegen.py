@@ -110,16 +110,17 @@ def _plan_replay(
         return InputReplay(input_index, output_index, what, **how)
 
     if info.mutates_storage_metadata:
+        call, what = "{x}.set_({updated})", "its storage was set"
         if getattr(info, "mutation_is_shallow_copy_data", False):  # from 2.14
             call = "torch.ops.aten.shallow_copy_data_({x}, {updated})"
-            return replay("its data was assigned", set_storage=call, wrapped=trace_joint)
-        call = "{x}.set_({updated})"
-        return replay("its storage was set", set_storage=call, wrapped=trace_joint)
+            what = "its data was assigned"
+        return replay(what, set_storage=call, wrapped=trace_joint)
 
     under_no_grad = info.requires_grad and info.tracked_by_autograd is False
     if not info.mutates_data:
+        sight = ", out of autograd's sight" if under_no_grad else ""
         return replay(
-            "its layout changed" + (", out of autograd's sight" if under_no_grad else ""),
+            f"its layout changed{sight}",
             restride=True,
             under_no_grad=under_no_grad,
             wrapped=trace_joint,
@@ -241,8 +242,8 @@ def _emit_restride(step: InputReplay, x: str, updated: str) -> list[str]:
     return [
         f"if not {x}.is_contiguous() or {x}.storage_offset() != 0:",
         "    raise RuntimeError(",
-        f'        "The layout and the data of input {step.input_index} of the compiled "',
-        '        "function are edited in place, and its new layout is not known. Pass "',
+        f'        "Layout and data of input {step.input_index} of the compiled "',
+        '        "function are edited in place, and the layout is not known. Pass "',
         '        "input.clone() instead, or edit the layout out of place."',
         "    )",
         f"{layout} = {updated}",
