@@ -1,4 +1,4 @@
-# make demo · make test · make test-all · make lint
+# make demo · make test · make test-all · make fuzz · make lint
 # TORCH=2.13.0 (or another release of requirements/) chooses one for demo and test.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ CLEAN ?=
 RUN := .venv/$(TORCH)/bin/python
 OURS := conftest.py examples test tools torch
 
-.PHONY: demo test test-all lint environment
+.PHONY: demo test test-all fuzz lint environment
 
 demo: environment
 	$(RUN) examples/demo.py
@@ -22,6 +22,12 @@ test-all:
 		$(MAKE) test TORCH=$$release || exit 1; \
 		$(if $(CLEAN),rm -rf .venv/$$release;) \
 	done
+
+# Random programs against eager; reports how many were run.
+EXAMPLES ?= 5000
+fuzz: environment
+	MUTATION_EPILOGUE_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest \
+		test/functorch/test_mutation_epilogue_random.py --hypothesis-show-statistics
 
 lint: environment
 	$(RUN) -m ruff check $(OURS)

@@ -2,7 +2,7 @@
 
 """
 Real modules and training steps whose buffers, parameters or inputs are edited in place,
-compiled for several steps, against the same in eager; and random programs of edits.
+compiled for several steps, against the same in eager.
 """
 
 import copy
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch._dynamo
 from functorch.compile import nop
-from hypothesis import given, HealthCheck, settings, strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import aot_function
 from torch.testing._internal.common_utils import (
@@ -201,65 +200,6 @@ class TestMutationEpilogueModules(TestCase):
             (second,) = torch.autograd.grad(first.sum(), root)
             self.assertEqual(first.detach(), torch.full((3,), 12.0))
             self.assertEqual(second, torch.full((3,), 12.0))
-
-
-# An edit of one of the inputs: how, which one, and in what context.
-EDITS: dict[str, Callable[[torch.Tensor], object]] = {
-    "mul_": lambda x: x.mul_(2),
-    "add_": lambda x: x.add_(1),
-    "fill": lambda x: x[:1].fill_(3),
-    "slice": lambda x: x[..., 1:].mul_(3),
-    "detach": lambda x: x.detach().mul_(2),
-    "transpose_": lambda x: x.transpose_(-1, -2),
-    "unsqueeze_": lambda x: x.unsqueeze_(0),
-}
-MAKERS: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
-    "plain": lambda: (base := torch.arange(12.0).reshape(3, 4), base),
-    "offset": lambda: ((base := torch.arange(24.0).reshape(6, 4))[3:], base),
-    "gaps": lambda: ((base := torch.arange(32.0).reshape(4, 8))[1:, 1::2], base),
-    "nonleaf": lambda: (
-        torch.arange(12.0).reshape(3, 4).requires_grad_() * 1,
-        torch.zeros(()),
-    ),
-}
-
-
-@skipIfTorchDynamo("compares compiled programs with eager ones")
-class TestMutationEpilogueRandomPrograms(TestCase):
-    @settings(
-        max_examples=60,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(
-        kinds=st.lists(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=4),
-        edits=st.lists(
-            st.tuples(st.integers(0, 3), st.sampled_from(sorted(EDITS)), st.booleans()),
-            min_size=1,
-            max_size=6,
-        ),
-    )
-    def test_random_programs(
-        self, kinds: list[str], edits: list[tuple[int, str, bool]]
-    ) -> None:
-        def program(*inputs: torch.Tensor) -> None:
-            for index, name, tracked in edits:
-                target = inputs[index % len(inputs)]
-                layout = name in ("transpose_", "unsqueeze_")
-                # A layout edit under no_grad fails in the joint trace.
-                with torch.set_grad_enabled(tracked or layout):
-                    EDITS[name](target)
-
-        def run(compiled: Callable[..., None]) -> list[Any]:
-            made = [MAKERS[kind]() for kind in kinds]
-            compiled(*(x for x, _ in made))
-            return [
-                (x.detach(), base, x.stride(), x.storage_offset(), x._version > 0)
-                for x, base in made
-            ]
-
-        self.assertEqual(run(aot_function(program, nop)), run(program))
 
 
 instantiate_parametrized_tests(TestMutationEpilogueModules)

@@ -712,11 +712,13 @@ ADDED_BY_THE_SKETCHES = """\
 # torch/_functorch/_aot_autograd/collect_metadata_analysis.py
 )
 from .input_edit_analysis import (
+    data_tracked_by_autograd,
     edited_in_inference_mode,
     in_place_views,
     overlaps_itself,
     tracked_by_autograd,
                     tracked_by_autograd=tracked_by_autograd(f_arg),
+                    data_tracked_by_autograd=data_tracked_by_autograd(f_arg),
                     in_place_views=in_place_views(f_arg),
                     overlaps_itself=overlaps_itself(arg),
                     edited_in_inference_mode=edited_in_inference_mode(f_arg),
@@ -728,6 +730,7 @@ from .input_edit_analysis import (
     merged_tracking,
 )
             tracked_by_autograd=merged_tracking(m.input_info, outer_indices),
+            data_tracked_by_autograd=merged_tracking(m.input_info, outer_indices),
             in_place_views=merged_in_place_views(m.input_info, outer_indices),
             overlaps_itself=merged_overlap(m.input_info, outer_indices),
             edited_in_inference_mode=merged_inference_mode(m.input_info, outer_indices),
@@ -745,6 +748,7 @@ from .mutation_epilogue_codegen import codegen_mutation_epilogue
         runtime_epilogue._apply_input_mutations = codegen_apply_mutations  # type: ignore[method-assign]
 # torch/_functorch/_aot_autograd/schemas.py
     tracked_by_autograd: bool | None = field(default=None, compare=False)
+    data_tracked_by_autograd: bool | None = field(default=None, compare=False)
     in_place_views: tuple[Any, ...] | None = field(default=None, compare=False)
     overlaps_itself: bool | None = field(default=None, compare=False)
     edited_in_inference_mode: bool | None = field(default=None, compare=False)

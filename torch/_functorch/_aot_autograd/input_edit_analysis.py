@@ -35,6 +35,19 @@ _VIEW_METHODS = {
 }
 
 
+# What autograd calls the nodes of views. Those at the end of an input's history are
+# its tracked layout edits since its last tracked data edit.
+_VIEW_NODES = (
+    "AliasBackward",
+    "AsStridedBackward",
+    "SqueezeBackward",
+    "TBackward",
+    "TransposeBackward",
+    "UnsqueezeBackward",
+)
+_INITIAL_NODES = ("torch::autograd::AccumulateGrad", "torch::autograd::Error")
+
+
 def tracked_by_autograd(f_arg: object) -> bool:
     """Whether autograd saw any of a traced input's edits.
 
@@ -43,11 +56,23 @@ def tracked_by_autograd(f_arg: object) -> bool:
     no_grad or inference_mode, of ``detach()`` or ``.data``, and by custom operators
     leave the one it had.
     """
+    grad_fn = _grad_fn(f_arg)
+    return grad_fn is not None and grad_fn.name() not in _INITIAL_NODES
+
+
+def data_tracked_by_autograd(f_arg: object) -> bool:
+    """Whether autograd saw an edit of a traced input's data, and not of its layout."""
+    grad_fn = _grad_fn(f_arg)
+    while grad_fn is not None and grad_fn.name().startswith(_VIEW_NODES):
+        grad_fn = grad_fn.next_functions[0][0]
+    return grad_fn is not None and grad_fn.name() not in _INITIAL_NODES
+
+
+def _grad_fn(f_arg: object) -> Any:
     if not isinstance(f_arg, torch.Tensor):
-        return False
+        return None
     with FunctionalTensorMode():  # rebasing a view's history runs view operators
-        grad_fn = f_arg.grad_fn
-    return grad_fn is not None and grad_fn.name() != "torch::autograd::Error"
+        return f_arg.grad_fn
 
 
 def in_place_views(f_arg: object) -> tuple[tuple[Any, ...], ...] | None:
@@ -105,8 +130,8 @@ def merged_inference_mode(
 def merged_tracking(
     input_info: Sequence[InputAliasInfo], indices: Sequence[int]
 ) -> bool | None:
-    """Whether autograd saw an edit of any alias of a synthetic base."""
-    tracked = [input_info[i].tracked_by_autograd for i in indices]
+    """Whether autograd saw an edit of the data of any alias of a synthetic base."""
+    tracked = [input_info[i].data_tracked_by_autograd for i in indices]
     return None if None in tracked else any(tracked)
 
 

@@ -15,6 +15,7 @@ def create_synthetic_base_metadata(m, outer_args, inner_args):
         inpt_info = InputAliasInfo(
             ...,
             tracked_by_autograd=merged_tracking(m.input_info, outer_indices),
+            data_tracked_by_autograd=merged_tracking(m.input_info, outer_indices),
             in_place_views=merged_in_place_views(m.input_info, outer_indices),
             overlaps_itself=merged_overlap(m.input_info, outer_indices),
             edited_in_inference_mode=merged_inference_mode(m.input_info, outer_indices),

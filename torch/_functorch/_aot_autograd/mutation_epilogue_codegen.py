@@ -141,9 +141,9 @@ def _plan_replay(
 def _choose_target(info: InputAliasInfo) -> tuple[Target, str]:
     if info.mutations_hidden_from_autograd:
         return Target.HIDDEN, "hidden from autograd"
-    if info.tracked_by_autograd:
+    if info.data_tracked_by_autograd:
         return Target.INPUT, "seen by autograd"
-    if info.tracked_by_autograd is None:
+    if info.data_tracked_by_autograd is None:
         # Metadata from a cache that a torch without this record filled. A leaf that
         # requires grad can only have been edited out of autograd's sight.
         if info.is_leaf:
