@@ -1,15 +1,15 @@
-# make demo · make test · make test-all · make fuzz · make lint
+# make demo · make test · make test-all · make fuzz · make lint · make clean
 # TORCH=2.13.0 (or another release of requirements/) chooses one for demo and test.
 
 PYTHON ?= python3
 TORCH ?= default
-RELEASES := 2.15.0 2.14.1 2.13.0
+RELEASES := $(patsubst requirements/torch-%.txt,%,$(wildcard requirements/torch-*.txt))
 # CLEAN=1 makes test-all remove each release's environment, some 5 GB, after use.
 CLEAN ?=
 RUN := .venv/$(TORCH)/bin/python
 OURS := conftest.py examples test tools torch
 
-.PHONY: demo test test-all fuzz lint environment
+.PHONY: demo test test-all clean fuzz lint environment
 
 demo: environment
 	$(RUN) examples/demo.py
@@ -19,9 +19,11 @@ test: environment
 
 test-all:
 	@for release in $(RELEASES); do \
-		$(MAKE) test TORCH=$$release || exit 1; \
-		$(if $(CLEAN),rm -rf .venv/$$release;) \
+		$(MAKE) test $(if $(CLEAN),clean) TORCH=$$release || exit 1; \
 	done
+
+clean:
+	rm -rf .venv/$(TORCH)
 
 # Random programs against eager; reports how many were run.
 EXAMPLES ?= 5000

@@ -34,6 +34,12 @@ How the installed files are treated
 
 from __future__ import annotations
 
+import sys
+
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("overlay.py needs Python 3.11 or newer; run it with such a python")
+
 import argparse
 import ast
 import contextlib
@@ -48,17 +54,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 
-if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit("overlay.py needs Python 3.11 or newer; run it with such a python")
-
 REPOSITORY = Path(__file__).resolve().parent.parent
-TESTED_RELEASES = ("2.13.0", "2.14.1", "2.15.0")
+TESTED_RELEASES = tuple(
+    sorted(
+        file.stem.removeprefix("torch-")
+        for file in (REPOSITORY / "requirements").glob("torch-*.txt")
+    )
+)
 SKETCH_MARK = "(a sketch: see tools/overlay.py)"  # in a sketch's docstring
 STATE_FOLDER = ".mutation_epilogue_overlay"
 
