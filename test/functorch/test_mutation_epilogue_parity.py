@@ -535,6 +535,11 @@ UNTRACKED_EDITS = (
 )
 
 
+UNTRACKED_AFTER_LAYOUT = (
+    "transpose_, no_grad mul_",
+    "no_grad mul_, unsqueeze_",
+    "unsqueeze_, detached",
+)
 SUBCLASSES = ("subclass", "subclass nonleaf", "subclass nested")
 LAYOUT_EDITS = (
     "transpose_",
@@ -584,10 +589,14 @@ KNOWN_DIFFERENCES = [
             and case.input in SUBCLASSES
             and not through_dynamo(case)
             and accepted(eager)
+            and case.edit != "squeeze_"
             and (
-                layout_only(case) or "transpose_" in case.edit or "_, mul_" in case.edit
+                layout_only(case)
+                or any(
+                    name in case.edit
+                    for name in ("transpose_", "unsqueeze_", "as_strided_")
+                )
             )
-            and case.edit not in ("squeeze_", "no_grad, mul_")
         ),
     ),
     Known(
@@ -715,7 +724,7 @@ KNOWN_DIFFERENCES = [
                         in ("custom function", "no_grad: mul_, transpose_")
                     )
                     and (
-                        case.edit not in UNTRACKED_EDITS
+                        case.edit not in (*UNTRACKED_EDITS, *UNTRACKED_AFTER_LAYOUT)
                         or (
                             not case.used
                             and (case.route != "aot_eager" or case.edit == "detach")
@@ -769,7 +778,15 @@ KNOWN_DIFFERENCES = [
             and case.mode == "training"
             and not through_dynamo(case)
             and (
-                (case.edit in ("transpose_, mul_", "transpose_, slice") and case.used)
+                (
+                    case.edit
+                    in (
+                        "transpose_, mul_",
+                        "transpose_, slice",
+                        "transpose_, no_grad mul_",
+                    )
+                    and case.used
+                )
                 or case.edit == "as_strided_, mul_"
                 or case.edit == "transpose_, slice"
             )
