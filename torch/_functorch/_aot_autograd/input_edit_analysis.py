@@ -34,7 +34,6 @@ _VIEW_METHODS = {
     "unsqueeze_": "unsqueeze",
 }
 
-
 # What autograd calls the nodes of views. Those at the end of an input's history are
 # its tracked layout edits since its last tracked data edit.
 _VIEW_NODES = (

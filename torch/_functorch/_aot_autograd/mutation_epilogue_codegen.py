@@ -94,9 +94,10 @@ def plan_replays(
         runtime_metadata.mutated_inp_runtime_indices
     ):
         info = runtime_metadata.input_info[input_index]
-        if info.mutates_data or info.mutates_metadata:  # else only a storage resize
+        if info.mutates_data and not info.mutates_storage_metadata:
             _refuse_overlap(info, input_index)
             _refuse_stream(runtime_metadata, info, input_index, output_index)
+        if info.mutates_data or info.mutates_metadata:  # else only a storage resize
             plan.append(_plan_replay(info, input_index, output_index, trace_joint))
     return plan
 
@@ -157,7 +158,7 @@ def _choose_target(info: InputAliasInfo) -> tuple[Target, str]:
 
 
 def _refuse_overlap(info: InputAliasInfo, input_index: int) -> None:
-    if info.mutates_data and info.overlaps_itself:
+    if info.overlaps_itself:
         raise RuntimeError(
             f"Input {input_index} of the compiled function is edited in place, and "
             "several of its elements share one memory location (it was made by "
@@ -174,7 +175,7 @@ def _refuse_stream(
 ) -> None:
     streams = runtime_metadata.mutated_inp_stream_indices or []
     on_stream = output_index < len(streams) and streams[output_index] is not None
-    if on_stream and info.mutates_data and not info.is_leaf:
+    if on_stream and not info.is_leaf:
         raise RuntimeError(
             "Mutations on inputs with user-specified streams are not yet supported "
             f"(input {input_index}). "
