@@ -11,7 +11,7 @@ How a sketch is merged
     * Every ``def`` and ``class`` must exist upstream exactly once, in the same body.
       Upstream's head stays. The sketch names the parameters that it uses; new
       keyword-only parameters with defaults are appended to upstream's.
-    * A body without ``...`` replaces upstream's body.
+    * A body without ``...`` replaces upstream's body, and must not hold one further in.
     * In a body with ``...``, every other statement must match exactly one upstream
       statement of the same body, of the same kind and head (an ``if`` with the same
       test, an assignment to the same targets, a call of the same function, a
@@ -27,8 +27,9 @@ How the installed files are treated
       each file is written beside its target and moved over it.
     * A record, with the original of every changed file, is written before the first
       change. A file is replaced after the ones it imports: the new module first, the
-      hook last; taking off goes the other way round. torch imports at every moment,
-      and ``apply`` or ``revert`` finishes what was interrupted.
+      hook last; taking off goes the other way round, and an older overlay is taken off
+      before this one goes on. torch imports at every moment, and ``apply`` or
+      ``revert`` finishes what was interrupted.
     * A file that is neither the original nor what this program wrote is left alone.
 """
 
@@ -49,14 +50,15 @@ import functools
 import graphlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NoReturn, TypeGuard
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -72,7 +74,7 @@ STATE_FOLDER = ".mutation_epilogue_overlay"
 EXIT_CODES = """\
 exit codes:
   0  done; for status: the torch carries this overlay
-  1  refused, for the reason given; nothing was written
+  1  refused (nothing was written) or stopped by a fault, for the reason given
   2  wrong usage
   3  status: stock, the overlay is not applied
   4  status: stale, an older overlay is applied (apply moves it forward)
@@ -116,7 +118,9 @@ class _Source:
         try:
             self.tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:
-            raise Refusal(f"{name} is not valid Python: {error}") from error
+            raise Refusal(
+                f"{name} is not valid Python ({error}): restore it, then run again"
+            ) from error
         self.lines = text.splitlines(keepends=True)
         self.line_starts = [0]
         for line in self.lines:
@@ -139,19 +143,21 @@ def _last_line(statement: ast.stmt) -> int:
     return statement.end_lineno or statement.lineno
 
 
-def _is_ellipsis(statement: ast.stmt) -> bool:
+def _is_ellipsis(node: ast.AST) -> bool:
     return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and statement.value.value is ...
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is ...
     )
 
 
-def _is_elided_call(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not node.args:
-        return False
-    first = node.args[0]
-    return isinstance(first, ast.Constant) and first.value is ...
+def _is_elided_call(node: object) -> TypeGuard[ast.Call]:
+    return (
+        isinstance(node, ast.Call)
+        and bool(node.args)
+        and isinstance(node.args[0], ast.Constant)
+        and node.args[0].value is ...
+    )
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -192,7 +198,7 @@ def _head(statement: ast.stmt) -> tuple[str, ...] | None:
 def _dump(part: object) -> str:
     if isinstance(part, list):
         return ", ".join(map(_dump, part))
-    return ast.dump(part) if isinstance(part, ast.AST) else str(part)
+    return ast.dump(part) if isinstance(part, ast.AST) else repr(part)
 
 
 class _Merger:
@@ -219,13 +225,22 @@ class _Merger:
         self.merge_imports(imports)
         others = [s for s in body if s not in imports]
         self.merge_statements(self.upstream.tree.body, others, "the module")
-        text = self.upstream.text
-        # Stable from the end: of two insertions at one place, the first comes first.
-        edits = sorted(self.edits, key=lambda e: e.start)
-        for edit in reversed(edits):
-            text = text[: edit.start] + edit.text + text[edit.end :]
-        _Source(text, f"{self.sketch.name} merged into torch {self.release}")
-        return text
+        merged = self.edited()
+        try:
+            ast.parse(merged)
+        except (SyntaxError, ValueError) as error:
+            reason = f"the merged source is not valid Python ({error})"
+            self.refuse(self.sketch.tree, "the module", reason)
+        return merged
+
+    def edited(self) -> bytes:
+        text = b""
+        position = 0
+        # Sorting is stable: of two insertions at one place, the first comes first.
+        for edit in sorted(self.edits, key=lambda e: e.start):
+            text += self.upstream.text[position : edit.start] + edit.text
+            position = edit.end
+        return text + self.upstream.text[position:]
 
     # -- imports
 
@@ -257,10 +272,15 @@ class _Merger:
     # -- definitions and statements
 
     def merge_body(
-        self, theirs: Sequence[ast.stmt], ours: Sequence[ast.stmt], where: str
+        self,
+        theirs: Sequence[ast.stmt],
+        ours: Sequence[ast.stmt],
+        where: str,
+        *,
+        in_class: bool = False,
     ) -> None:
         if any(map(_is_ellipsis, ours)):
-            self.merge_statements(theirs, ours, where)
+            self.merge_statements(theirs, ours, where, in_class=in_class)
         else:
             self.replace_body(theirs, ours, where)
 
@@ -271,13 +291,20 @@ class _Merger:
             if source.lines[_first_line(body[0]) - 1][: body[0].col_offset].strip():
                 self.refuse(ours[0], where, f"the body in {source.name} is on one line")
         self.check_lines(theirs[0], ours[0], where)
+        for statement in ours:
+            self.check_complete(statement, where)
         start = self.upstream.offset(_body_start(self.upstream, theirs), 0)
         end = self.upstream.offset(_last_line(theirs[-1]) + 1, 0)
         text = self.sketch.text_of(_body_start(self.sketch, ours), _last_line(ours[-1]))
         self.edits.append(_Edit(start, end, self.with_their_newlines(text)))
 
     def merge_statements(
-        self, theirs: Sequence[ast.stmt], ours: Sequence[ast.stmt], where: str
+        self,
+        theirs: Sequence[ast.stmt],
+        ours: Sequence[ast.stmt],
+        where: str,
+        *,
+        in_class: bool = False,
     ) -> None:
         position = -1
         for index, statement in enumerate(ours):
@@ -289,7 +316,9 @@ class _Merger:
                 )
             matches = [i for i, t in enumerate(theirs) if _head(t) == _head(statement)]
             above = ours[index - 1] if index else None
-            if not matches and _is_new_field(statement, above):
+            if in_class and not matches and _is_new_field(statement, above):
+                self.check_lines(theirs[position], statement, where)
+                self.check_complete(statement, where)
                 after = self.upstream.offset(_last_line(theirs[position]) + 1, 0)
                 text = self.sketch_lines(statement)
                 self.edits.append(_Edit(after, after, text))
@@ -306,11 +335,8 @@ class _Merger:
     def merge_statement(self, theirs: ast.stmt, ours: ast.stmt, where: str) -> None:
         if isinstance(ours, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             assert isinstance(theirs, type(ours))
-            where = (
-                f"`{ours.name}`"
-                if where == "the module"
-                else (f"{where[:-1]}.{ours.name}`")
-            )
+            outer = "`" if where == "the module" else f"{where[:-1]}."
+            where = f"{outer}{ours.name}`"
             if ours.decorator_list:
                 self.refuse(ours, where, "a sketch keeps upstream's decorators")
             if not isinstance(ours, ast.ClassDef):
@@ -318,46 +344,62 @@ class _Merger:
                 self.merge_parameters(theirs, ours, where)
             elif ours.bases or ours.keywords:
                 self.refuse(ours, where, "a sketch keeps upstream's base classes")
-            self.merge_body(theirs.body, ours.body, where)
+            in_class = isinstance(ours, ast.ClassDef)
+            self.merge_body(theirs.body, ours.body, where, in_class=in_class)
             return
         if any(map(_is_ellipsis, getattr(ours, "body", []))):
             if getattr(ours, "orelse", []):
                 self.refuse(ours, where, "an `else` cannot be merged")
             self.merge_body(theirs.body, ours.body, where)  # type: ignore[attr-defined]
             return
-        if any(_is_elided_call(node) for node in ast.walk(ours)):
-            self.merge_call(theirs, ours, where)
+        if any(map(_is_elided_call, ast.walk(ours))):
+            self.merge_calls(theirs, ours, where, ours)
             return
         self.check_lines(theirs, ours, where)
+        self.check_complete(ours, where)
         start = self.upstream.offset(_first_line(theirs), 0)
         end = self.upstream.offset(_last_line(theirs) + 1, 0)
         self.edits.append(_Edit(start, end, self.sketch_lines(ours)))
 
-    def merge_call(self, theirs: ast.AST, ours: ast.AST, where: str) -> None:
-        """Append the new arguments of each ``f(..., new=value)`` below `ours`."""
-        if not any(_is_elided_call(node) for node in ast.walk(ours)):
-            if ast.dump(theirs) != ast.dump(ours):
-                self.refuse(ours, where, f"upstream has no `{ast.unparse(ours)}` here")
-            return
-        if type(theirs) is not type(ours):
-            self.refuse(ours, where, f"upstream has no `{ast.unparse(ours)}` here")
-        if not _is_elided_call(ours):
-            their_parts = list(ast.iter_child_nodes(theirs))
-            our_parts = list(ast.iter_child_nodes(ours))
-            if len(their_parts) != len(our_parts):
-                self.refuse(ours, where, f"upstream has no `{ast.unparse(ours)}` here")
-            for their_part, our_part in zip(their_parts, our_parts, strict=True):
-                self.merge_call(their_part, our_part, where)
-            return
-        assert isinstance(theirs, ast.Call) and isinstance(ours, ast.Call)
-        self.merge_call(theirs.func, ours.func, where)
+    def merge_calls(
+        self, theirs: object, ours: object, where: str, around: ast.expr | ast.stmt
+    ) -> None:
+        """Merge each ``f(..., new=value)`` in `ours`, of which all else must be equal.
+
+        `around` is the part of the sketch that a refusal names.
+        """
+        if isinstance(ours, ast.expr | ast.stmt):
+            around = ours
+        if _is_elided_call(ours) and isinstance(theirs, ast.Call):
+            self.merge_calls(theirs.func, ours.func, where, around)
+            self.merge_arguments(theirs, ours, where)
+        elif isinstance(ours, ast.AST) and type(theirs) is type(ours):
+            for name, part in ast.iter_fields(ours):
+                self.merge_calls(getattr(theirs, name, None), part, where, around)
+        elif (
+            isinstance(ours, list)
+            and isinstance(theirs, list)
+            and len(theirs) == len(ours)
+        ):
+            for their_part, our_part in zip(theirs, ours, strict=True):
+                self.merge_calls(their_part, our_part, where, around)
+        elif _dump(theirs) != _dump(ours):
+            what = ast.unparse(around)
+            self.refuse(around, where, f"upstream has no `{what}` here")
+
+    def merge_arguments(self, theirs: ast.Call, ours: ast.Call, where: str) -> None:
         known = {k.arg for k in theirs.keywords}
         passed: list[ast.expr | ast.keyword] = [*theirs.args, *theirs.keywords]
-        if len(ours.args) > 1 or not passed or None in known:
+        if len(ours.args) > 1 or any(k.arg is None for k in ours.keywords):
             self.refuse(ours, where, "only keyword arguments can be appended")
+        # A generator shares its parentheses with the call: nothing fits in behind it.
+        if not passed or None in known or isinstance(passed[-1], ast.GeneratorExp):
+            what = ast.unparse(theirs)
+            self.refuse(ours, where, f"nothing can be appended to upstream's `{what}`")
         for keyword in ours.keywords:
-            if keyword.arg is None or keyword.arg in known:
-                self.refuse(ours, where, f"upstream passes `{keyword.arg}` already")
+            if keyword.arg in known:
+                self.refuse(keyword, where, f"upstream passes `{keyword.arg}` already")
+            self.check_complete(keyword.value, where)
         self.append(
             passed[-1],
             [(keyword, keyword) for keyword in ours.keywords],
@@ -380,11 +422,13 @@ class _Merger:
         separator = b", " if one_line else b",\n" + indent
         text = b""
         for first, final in spans:
-            assert final.end_lineno is not None and final.end_col_offset is not None
+            assert final.end_lineno is not None
+            assert final.end_col_offset is not None
             start = self.sketch.offset(first.lineno, first.col_offset)
             end = self.sketch.offset(final.end_lineno, final.end_col_offset)
             text += separator + self.sketch.text[start:end]
-        assert last.end_lineno is not None and last.end_col_offset is not None
+        assert last.end_lineno is not None
+        assert last.end_col_offset is not None
         at = self.upstream.offset(last.end_lineno, last.end_col_offset)
         self.edits.append(_Edit(at, at, self.with_their_newlines(text)))
 
@@ -426,11 +470,17 @@ class _Merger:
             self.refuse(ours, where, "upstream indents it differently")
         for source, statement in ((self.upstream, theirs), (self.sketch, ours)):
             assert statement.end_col_offset is not None
-            first = source.lines[_first_line(statement) - 1]
-            last = source.lines[_last_line(statement) - 1]
-            rest = last[statement.end_col_offset :].strip()
-            if first[: statement.col_offset].strip() or (rest and rest[:1] != b"#"):
+            before = source.lines[_first_line(statement) - 1][: statement.col_offset]
+            after = source.lines[_last_line(statement) - 1][statement.end_col_offset :]
+            if before.strip() or after.partition(b"#")[0].strip():
                 self.refuse(ours, where, f"two statements on a line in {source.name}")
+
+    def check_complete(self, ours: ast.AST, where: str) -> None:
+        """What goes in as it is must not hold a ``...`` that stands for something."""
+        reason = "this `...` would be copied as it is, since a body around it has none"
+        for node in ast.walk(ours):
+            if _is_ellipsis(node) or _is_elided_call(node):
+                self.refuse(node, where, reason)
 
     def sketch_lines(self, statement: ast.stmt) -> bytes:
         text = self.sketch.text_of(_first_line(statement), _last_line(statement))
@@ -485,24 +535,30 @@ def merge(upstream: bytes, sketch: bytes, *, name: str, release: str) -> bytes:
     Raises :class:`Refusal` if a statement of the sketch has no upstream counterpart,
     or more than one.
     """
+    if not sketch.endswith(b"\n"):
+        sketch += b"\n"
     return _Merger(
         _Source(upstream, f"torch {release}'s {name}"), _Source(sketch, name), release
     ).merged()
 
 
-def _is_sketch(source: bytes) -> bool:
-    return SKETCH_MARK in (ast.get_docstring(ast.parse(source)) or "")
+@functools.cache
+def _is_sketch(name: str, source: bytes) -> bool:
+    return SKETCH_MARK in (ast.get_docstring(_Source(source, name).tree) or "")
 
 
-def _sibling_imports(source: bytes) -> set[str]:
-    """Modules of the same package that this source imports at its top level."""
-    return {
-        statement.module
-        for statement in ast.parse(source).body
-        if isinstance(statement, ast.ImportFrom)
-        and statement.level == 1
-        and statement.module
-    }
+@functools.cache
+def _imported_files(name: str, source: bytes) -> frozenset[str]:
+    """The files that the module `name` may import at its top level."""
+    files: set[str] = set()
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.ImportFrom):
+            level = statement.level
+            package = PurePosixPath(name).parents[level - 1] if level else "."
+            module = PurePosixPath(package, *(statement.module or "").split("."))
+            files.add(f"{module}.py")
+            files.update(f"{module}/{alias.name}.py" for alias in statement.names)
+    return frozenset(files)
 
 
 # --------------------------------------------------------------------------------------
@@ -524,7 +580,7 @@ class Torch:
 
 _FIND_TORCH = """\
 import importlib.util, sys
-sys.path[:1] = []
+sys.path = [entry for entry in sys.path if entry]
 spec = importlib.util.find_spec("torch")
 print(spec.origin if spec and spec.origin else "")
 """
@@ -536,7 +592,7 @@ def find_torch(python: Path | None, torch_root: Path | None) -> Torch:
     Raises :class:`Refusal` if there is none.
     """
     if torch_root is not None:
-        folder = torch_root.resolve() / "torch"
+        folder = torch_root.absolute() / "torch"
         hint = "name the folder that contains torch/"
         if not (folder / "__init__.py").is_file():
             raise Refusal(f"{torch_root} holds no torch: {hint}")
@@ -572,7 +628,8 @@ def _installed_torch(python: Path | None) -> Path:
             f"{', '.join(TESTED_RELEASES)} there, or name another interpreter "
             "with --python"
         )
-    return Path(origin).resolve().parent
+    # Not resolved: each file may be a symbolic link into a package cache.
+    return Path(origin).absolute().parent
 
 
 def check_release(torch: Torch) -> None:
@@ -605,8 +662,13 @@ class FileRecord:
     """SHA-256 of one file: as upstream had it, and as overlays wrote it."""
 
     original: str | None  # None: upstream has no such file
-    patched: str | None  # None: this overlay no longer has the file
-    previous: str | None = None  # what the overlay before this one wrote
+    patched: str | None  # as it is to be; None: not at all
+    previous: str | None = None  # as it was when an unfinished apply began
+
+    @property
+    def ours(self) -> set[str | None]:
+        """What only an overlay can have written."""
+        return {self.patched, self.previous} - {self.original, None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -638,6 +700,11 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
+def _lines(data: bytes) -> list[str]:
+    """Lines as git has them: a form feed or a lone carriage return ends none."""
+    return io.StringIO(data.decode(), newline="\n").readlines()
+
+
 class Installation:
     """One torch and the overlay in it.
 
@@ -662,8 +729,7 @@ class Installation:
             return Record.from_json(data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(
-                f"{self.record_file} is damaged ({error}): reinstall torch, delete "
-                f"{self.state}, then run again"
+                f"{self.record_file} is damaged ({error}): {self._start_over()}"
             ) from error
 
     def hash(self, name: str) -> str | None:
@@ -676,23 +742,23 @@ class Installation:
             strangers = [
                 name
                 for name, source in self.overlay().items()
-                if not _is_sketch(source) and self.hash(name) is not None
+                if not _is_sketch(name, source) and self.hash(name) is not None
             ]
             if strangers:
                 return "edited", f"{strangers[0]} is there, but no record of it"
             return "stock", "the overlay is not applied"
         now = {name: self.hash(name) for name in record.files}
-        sketched = {n: f for n, f in record.files.items() if f.original is not None}
         untouched = all(
-            now[n] not in (f.patched, f.previous) or now[n] == f.original
-            for n, f in sketched.items()
+            now[name] not in file.ours
+            for name, file in record.files.items()
+            if file.original is not None
         )
         if record.torch != self.torch.version and untouched:
             return "leftover", f"torch {record.torch} was patched and then replaced"
         strangers = [
             name
             for name, file in record.files.items()
-            if now[name] not in (file.original, file.patched, file.previous)
+            if now[name] != file.original and now[name] not in file.ours
         ]
         if strangers:
             return "edited", f"somebody else changed {', '.join(strangers)}"
@@ -720,7 +786,7 @@ class Installation:
         record = self.record()
         data = _read(self.root / name)
         file = record.files.get(name) if record else None
-        if file is None or _hash(data) not in (file.patched, file.previous):
+        if file is None or _hash(data) not in file.ours:
             return data
         if file.original is None:
             return None
@@ -737,11 +803,11 @@ class Installation:
         contents: dict[str, bytes] = {}
         for name, source in self.overlay().items():
             upstream = self.original(name)
-            if not _is_sketch(source):
+            if not _is_sketch(name, source):
                 if upstream is not None:
                     raise Refusal(
                         f"torch {self.torch.version} has its own {name}: use one of "
-                        f"{', '.join(TESTED_RELEASES)}"
+                        f"{', '.join(TESTED_RELEASES)}, or remove the file"
                     )
                 contents[name] = source
             elif upstream is None:
@@ -752,9 +818,8 @@ class Installation:
             else:
                 release = self.torch.version
                 contents[name] = merge(upstream, source, name=name, release=release)
-        by_module = {Path(name).stem: name for name in contents}
         imports = {
-            name: [by_module[m] for m in _sibling_imports(data) if m in by_module]
+            name: contents.keys() & _imported_files(name, data)
             for name, data in contents.items()
         }
         order = graphlib.TopologicalSorter(imports).static_order()
@@ -769,12 +834,13 @@ class Installation:
             if original is None:
                 lines.append("new file mode 100644\n")
             lines += difflib.unified_diff(
-                (original or b"").decode().splitlines(keepends=True),
-                wanted.decode().splitlines(keepends=True),
+                _lines(original or b""),
+                _lines(wanted),
                 "/dev/null" if original is None else f"a/{name}",
                 f"b/{name}",
             )
-        return "".join(lines)
+        marked = "\n\\ No newline at end of file\n"
+        return "".join(x if x.endswith("\n") else x + marked for x in lines)
 
     # -- writing
 
@@ -783,37 +849,41 @@ class Installation:
         with self._locked():
             state, why = self.status()
             if state == "patched":
+                shutil.rmtree(self.state / "staged", ignore_errors=True)
                 return "already applied"
             if state == "edited":
                 self._refuse_edited(why)
             old = self.record()
-            known = old.files if old and state != "leftover" else {}
-            originals = {n: self.original(n) for n in [*self.overlay(), *known]}
-            wanted: dict[str, bytes | None] = dict(self.wanted())
-            for name in known.keys() - wanted.keys():
-                wanted[name] = originals[name]
-            files = {
+            known = self._carried(old) if old else {}
+            wanted = self.wanted()
+            originals = {name: self.original(name) for name in [*known, *wanted]}
+            # What an older overlay changed and this one does not is in `known` alone.
+            unfinished = {
                 name: FileRecord(
                     original=_hash(originals[name]),
-                    patched=_hash(data),
-                    previous=known[name].patched if name in known else None,
+                    patched=_hash(wanted.get(name, originals[name])),
+                    previous=self.hash(name),
                 )
-                for name, data in wanted.items()
+                for name in [*(n for n in known if n not in wanted), *wanted]
             }
-            self._check_writable(wanted)
+            finished = {
+                name: dataclasses.replace(unfinished[name], previous=None)
+                for name in wanted
+            }
+            self._check_writable(unfinished)
             # All that needs room on the disk comes before the first change.
             try:
-                for name, data in originals.items():
-                    if data is not None:
-                        self._stage(f"originals/{name}", data, like=name)
+                for name, original in originals.items():
+                    if original is None:
+                        continue
+                    if _read(self.state / "originals" / name) != original:
+                        self._stage(f"originals/{name}", original, like=name)
+                    if name in known:
+                        self._stage(f"staged/old/{name}", original, like=name)
                 for name, data in wanted.items():
-                    if data is not None:
-                        self._stage(f"staged/{name}", data, like=name)
-                unfinished = Record(self.torch.version, False, files)
-                kept = {n: f for n, f in files.items() if n in self.overlay()}
-                finished = Record(self.torch.version, True, kept)
-                self._stage("staged/unfinished.json", unfinished.to_json())
-                self._stage("staged/finished.json", finished.to_json())
+                    self._stage(f"staged/new/{name}", data, like=name)
+                self._stage_record(Record(self.torch.version, False, unfinished))
+                self._stage_record(Record(self.torch.version, True, finished))
             except OSError as error:
                 if old is None:
                     shutil.rmtree(self.state, ignore_errors=True)
@@ -822,8 +892,9 @@ class Installation:
                     "Make room or get write access, then run again"
                 ) from error
             self._move("staged/unfinished.json", self.record_file)
-            for name, data in wanted.items():
-                self._put(name, f"staged/{name}" if data is not None else None)
+            self._take_off(known, "staged/old")
+            for name in wanted:
+                self._put(name, f"staged/new/{name}")
             self._move("staged/finished.json", self.record_file)
             shutil.rmtree(self.state / "staged", ignore_errors=True)
         return "applied: " + ", ".join(Path(n).name for n in wanted)
@@ -838,30 +909,47 @@ class Installation:
             if record is None:
                 shutil.rmtree(self.state, ignore_errors=True)
                 return "nothing to revert"
-            self._check_writable(record.files)
+            known = self._carried(record)
+            for name in known:
+                self.original(name)  # refuses if the kept file is damaged
+            self._check_writable(known)
             # Without room on the disk the record stays as it is: the hashes tell the
             # state of each file as well.
             with contextlib.suppress(OSError):
-                unfinished = dataclasses.replace(record, complete=False)
-                self._stage("staged/unfinished.json", unfinished.to_json())
+                self._stage_record(dataclasses.replace(record, complete=False))
                 self._move("staged/unfinished.json", self.record_file)
-            for name, file in reversed(record.files.items()):
-                if self.hash(name) in (file.patched, file.previous):
-                    kept = None
-                    if file.original is not None:
-                        self.original(name)  # refuses if the kept file is damaged
-                        kept = f"originals/{name}"
-                    self._put(name, kept)
+            self._take_off(known, "originals")
             self.record_file.unlink()
             shutil.rmtree(self.state, ignore_errors=True)
-        return "reverted: " + ", ".join(Path(n).name for n in record.files)
+        return "reverted: " + ", ".join(Path(n).name for n in known)
+
+    def _carried(self, record: Record) -> dict[str, FileRecord]:
+        """The files that an overlay wrote and nobody has replaced since."""
+        return {n: f for n, f in record.files.items() if self.hash(n) in f.ours}
+
+    def _take_off(self, files: dict[str, FileRecord], kept: str) -> None:
+        """Put originals back, the hook first; then remove the new modules."""
+        for name, file in reversed(files.items()):
+            if file.original is not None:
+                self._put(name, f"{kept}/{name}")
+        for name, file in reversed(files.items()):
+            if file.original is None:
+                self._put(name, None)
+
+    def _start_over(self) -> str:
+        """What to do where no way leads on from the files as they are."""
+        added = [
+            self.root / name
+            for name, source in self.overlay().items()
+            if not _is_sketch(name, source)
+        ]
+        return (
+            "save what you want to keep, reinstall torch, delete "
+            f"{', '.join(map(str, [self.state, *added]))}, then run again"
+        )
 
     def _refuse_edited(self, why: str) -> NoReturn:
-        raise Refusal(
-            f"{why} in {self.root}. To go back to upstream's files, reinstall torch; "
-            f"to keep the files as they are, delete {self.state} and any of our new "
-            "files. Then run again"
-        )
+        raise Refusal(f"{why} in {self.root}: {self._start_over()}")
 
     def _check_writable(self, names: Iterable[str]) -> None:
         folders = {self.torch.folder, *((self.root / name).parent for name in names)}
@@ -888,6 +976,10 @@ class Installation:
         if hasattr(os, "chown"):
             with contextlib.suppress(PermissionError):
                 os.chown(path, model.stat().st_uid, model.stat().st_gid)
+
+    def _stage_record(self, record: Record) -> None:
+        place = "finished" if record.complete else "unfinished"
+        self._stage(f"staged/{place}.json", record.to_json())
 
     def _put(self, name: str, place: str | None) -> None:
         """Move a file of the state folder over `name`, or remove `name`."""

@@ -489,7 +489,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # Route, mode, inputs, edits, used afterwards or not.
 MATRIX = [
-    ("aot_function", "training", tuple(INPUTS), tuple(EDITS), BOTH),
+    ("aot_function", "training", tuple(INPUTS), tuple(EDITS), (False,)),
+    ("aot_function", "training", tuple(INPUTS), CORE_EDITS, (True,)),
     ("aot_function", "no_grad", CORE_INPUTS, CORE_EDITS, (True,)),
     ("aot_function", "inference", CORE_INPUTS, CORE_EDITS, (True,)),
     ("aot_module_simplified", "training", CORE_INPUTS, CORE_EDITS, (True,)),
@@ -884,7 +885,8 @@ def known_difference(case: Case, eager: dict[str, Any]) -> Known | None:
 def matrix_tests() -> Iterator[tuple[str, Callable[[TestCase], None]]]:
     for route, mode, inputs, edits, used in MATRIX:
         for input in inputs:
-            name = f"test_{route}_{mode}_{input}"
+            uses = "_".join("used" if use else "unused" for use in used)
+            name = f"test_{route}_{mode}_{input}_{uses}"
             cases = [
                 Case(route, mode, input, edit, use) for edit in edits for use in used
             ]
