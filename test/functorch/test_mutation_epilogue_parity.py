@@ -662,7 +662,7 @@ KNOWN_DIFFERENCES = [
             and case.input
             in (
                 ("nonleaf gaps", "nonleaf expanded")
-                if TORCH < (2, 14)
+                if TORCH < (2, 15)
                 else (
                     "nonleaf transposed",
                     "nonleaf channels-last",
